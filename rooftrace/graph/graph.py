@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from msgspec.structs import replace
 
 from rooftrace._shown import Shown, short
 from rooftrace.errors import RequestError
+from rooftrace.graph import marks
 from rooftrace.graph.records import (
     KINDS,
     LOWER_BOUND,
@@ -102,6 +104,27 @@ class OpGraph(Shown):
         """Number of ops or values that `item` stands for: 1 outside of repeats."""
         return math.prod(self.repeats[r].count for r in item.repeats) if item.repeats else 1
 
+    def places_in(self, other: OpGraph) -> list[int | None]:
+        """By op: the place of the same op in another graph of these values; None where it has none.
+
+        It makes the same values from the same ones, with the same arguments, facts, part and
+        repeats.  The graphs come from each other by rewriting, so that what is equal is shared.
+        """
+        if self.repeats != other.repeats:
+            return [None] * len(self.ops)
+        there = {(op.target, op.outputs): op for op in other.ops}
+        kept = [mine is theirs for mine, theirs in zip(self.values, other.values, strict=False)]
+        kept += [False] * (len(self.values) - len(kept))
+
+        def place(op: Op) -> int | None:
+            then = there.get((op.target, op.outputs))
+            if then is None or op.arguments is not then.arguments or op.facts is not then.facts:
+                return None
+            same = op.part == then.part and op.repeats == then.repeats
+            return then.id if same and all(kept[i] for i in (*op.inputs, *op.outputs)) else None
+
+        return [place(op) for op in self.ops]
+
     def expand(self) -> OpGraph:
         """The flat graph of this step: every iteration of every repeat is written out.
 
@@ -142,6 +165,14 @@ class OpGraph(Shown):
         return tuple(
             i for i, t in enumerate(self.values) if i not in made and t.storage not in made
         )
+
+    @cached_property
+    def used(self) -> tuple[Op, ...]:
+        """The ops that make an output, or write into something that outlives the step.
+
+        An iteration also makes what the next iteration reads, up to its last op.
+        """
+        return _used(self)
 
     @cached_property
     def unrecorded(self) -> tuple[Assumption, ...]:
@@ -219,7 +250,7 @@ class OpGraph(Shown):
         for index, op in enumerate(self.ops):
             if op.id != index:
                 raise GraphError(f"op at position {index} has id {op.id}")
-            self._verify_op(f"op {index} ({op.target})", op, made)
+            self._verify_op(op, made)
             made.update(op.outputs)
         for value in (*self.inputs, *self.outputs):
             if not 0 <= value < len(self.values):
@@ -244,7 +275,8 @@ class OpGraph(Shown):
 
         if tensor.repeats and not set(tensor.repeats) <= set(range(len(self.repeats))):
             raise GraphError(f"value {index} is in repeats {tensor.repeats}, which are not there")
-        self._verify_neighbour(f"value {index}", tensor.then)
+        if tensor.then is not None:
+            self._verify_neighbour(f"value {index}", tensor.then)
 
     def _verify_collective(self, name: str, collective: Collective) -> None:
         if collective.kind not in COLLECTIVES or collective.bytes < 0:
@@ -255,39 +287,92 @@ class OpGraph(Shown):
                 f"{', '.join(map(repr, self.groups)) or 'none'}"
             )
 
-    def _verify_neighbour(self, name: str, then: Neighbour | None) -> None:
-        if then is None:
-            return
+    def _verify_neighbour(self, name: str, then: Neighbour) -> None:
         if not 0 <= then.value < len(self.values) or not 0 <= then.repeat < len(self.repeats):
             raise GraphError(f"{name} has a neighbour that is not there: {then}")
         if then.repeat not in self.values[then.value].repeats or then.shift not in (1, -1):
             raise GraphError(f"{name} has a neighbour outside of its repeat: {then}")
 
-    def _verify_op(self, name: str, op: Op, made: set[int]) -> None:
+    def _verify_op(self, op: Op, made: set[int]) -> None:
         count = len(self.values)
+
+        def refuse(reason: str) -> NoReturn:
+            raise GraphError(f"{_named(op)} {reason}")
+
         if op.part not in PARTS or op.kind not in KINDS:
-            raise GraphError(f"{name} has part {op.part!r}, kind {op.kind!r}")
+            refuse(f"has part {op.part!r}, kind {op.kind!r}")
         if op.collective is not None:
-            self._verify_collective(name, op.collective)
+            self._verify_collective(_named(op), op.collective)
         for value in op.inputs:
             if not 0 <= value < count:
-                raise GraphError(f"{name} reads value {value}, which is not there")
+                refuse(f"reads value {value}, which is not there")
             if value in self.producers and value not in made:
-                raise GraphError(f"{name} reads value {value} before it is made")
-        if not set(op.repeats) <= set(range(len(self.repeats))):
-            raise GraphError(f"{name} is in repeats {op.repeats}, which are not there")
-        read = op.reads
-        if tuple(ref.id for ref in read) != op.inputs:
-            raise GraphError(f"{name}: inputs differ from its arguments")
-        for ref in read:
-            self._verify_neighbour(name, ref.then)
-        for ref in op.holds:
+                refuse(f"reads value {value} before it is made")
+        if op.repeats and not set(op.repeats) <= set(range(len(self.repeats))):
+            refuse(f"is in repeats {op.repeats}, which are not there")
+        if tuple([ref.id for ref in op.reads]) != op.inputs:
+            raise GraphError(f"{_named(op)}: inputs differ from its arguments")
+        for ref in (*op.reads, *op.holds):
             if not 0 <= ref.id < count:
-                raise GraphError(f"{name} holds value {ref.id}, which is not there")
-            self._verify_neighbour(name, ref.then)
+                refuse(f"holds value {ref.id}, which is not there")
+            if ref.then is not None:
+                self._verify_neighbour(_named(op), ref.then)
         for value in op.outputs:
             if not 0 <= value < count or value in made:
-                raise GraphError(f"{name} makes value {value} twice or not at all")
+                refuse(f"makes value {value} twice or not at all")
+
+
+def _named(op: Op) -> str:
+    return f"op {op.id} ({op.target})"
+
+
+# -- Used ops --------------------------------------------------------------------------------------
+
+
+def _used(graph: OpGraph) -> tuple[Op, ...]:
+    storage, ops = [t.storage for t in graph.values], graph.ops
+    makers, last = defaultdict[int, list[int]](list), dict[int, int]()
+    for op in ops:
+        for value in op.outputs:
+            makers[storage[value]].append(op.id)
+        for repeat in op.repeats:
+            last[repeat] = op.id
+    eager = marks.eager_ops(ops)
+    stack = [
+        op.id
+        for op in ops
+        if not op.outputs or op.kind == "sync" or "writes" in op.facts or op.id in eager
+    ]
+    used = set(stack)
+    ends = dict[int, int]()  # by storage: the ops before this one that make it are used
+    reads = [(storage[value], len(ops)) for value in (*graph.outputs, *graph.external)]
+    while True:
+        for made, end in reads:
+            if ends.get(made, 0) < end:
+                ends[made] = end
+                newly = [maker for maker in makers[made] if maker < end and maker not in used]
+                used.update(newly)
+                stack += newly
+        if not stack:
+            return tuple(op for op in ops if op.id in used)
+        op = ops[stack.pop()]
+        reads = [(storage[value], op.id) for value in op.inputs]
+        if op.repeats:
+            reads += [(made, last.get(of, -1) + 1) for of, made in _read_across(graph, op)]
+
+
+def _read_across(graph: OpGraph, op: Op) -> Iterator[tuple[int, int]]:
+    """(repeat, storage) that an op reads of a neighbouring iteration, or that iterations share."""
+    values = graph.values
+    neighbours = [ref.then for ref in op.reads]
+    neighbours += [values[i].then for i in (*op.inputs, *op.outputs)]
+    for then in neighbours:
+        if then is not None:
+            yield then.repeat, values[then.value].storage
+    for repeat in op.repeats:
+        for storage in (values[i].storage for i in op.inputs):
+            if repeat not in values[storage].repeats:
+                yield repeat, storage
 
 
 # -- Writing repeats out: from a graph in which equal iterations stand once to the flat one --------

@@ -263,11 +263,13 @@ class Op(Struct, frozen=True, dict=True):
     collective: Collective | None = None
 
     def numbered(self, place: int) -> Op:
-        """The op at another place, with its cached properties: none depends on the place."""
-        if self.id == place:
-            return self
-        op = replace(self, id=place)
-        vars(op).update(vars(self))
+        """The op at another place."""
+        return self if self.id == place else self.relabelled(id=place)
+
+    def relabelled(self, **fields: Any) -> Op:
+        """The op with other fields but for its target and arguments, with its cached properties."""
+        op = replace(self, **fields)
+        op.__dict__.update(self.__dict__)  # in half the time of vars()
         return op
 
     @cached_property

@@ -382,6 +382,7 @@ class _Later:
         self.around: list[Callable[[], AbstractContextManager[Any]]] = []
         self.then: dict[str, list[Callable[[Any], object]]] = {DYNAMO: [], SHARDED: []}
         self.waits = False  # in `sys.meta_path`
+        self.is_loaded = False  # Dynamo, by `load`
         self._is_here = False  # imports sharded tensors
 
     def wait(self) -> None:
@@ -398,7 +399,9 @@ class _Later:
             for name in _STAND_IN:
                 sys.modules.pop(name, None)
             self._import(DYNAMO)
-        return import_module(DYNAMO)
+        module = import_module(DYNAMO)
+        self.is_loaded = True
+        return module
 
     def _import(self, name: str) -> None:
         with ExitStack() as stack:

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from rooftrace.costmodels.ops import find_rule
-from rooftrace.graph import GraphError, Op, OpGraph, Ref, marks
+from rooftrace.graph import GraphError, Op, OpGraph, Ref, Tensor, marks
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer.recording import Release, read_release
 
@@ -54,6 +54,8 @@ MANY_READS = 5
 def stored_wide(graph: OpGraph) -> dict[int, int]:
     """Activations whose input is stored in their stead, and how many times as wide it is."""
     values = graph.values
+    if not any(_may_reread(op, values) for op in graph.ops):
+        return {}
     opaque: dict[int, int] = {}  # the last library kernel, or eager op, that reads a storage
     eager = marks.eager_ops(graph.ops)
     for op in graph.ops:
@@ -71,17 +73,14 @@ def stored_wide(graph: OpGraph) -> dict[int, int]:
         if op.kind != "kernel":
             continue
         made = [values[i].storage for i in op.outputs]
-        bits = precision(values[op.outputs[0]].dtype).bits if op.outputs else 32
         rule = find_rule(op.target)
         if (
-            rule is not None
-            and "rereads" in rule.traits
-            and bits < 32
+            _may_reread(op, values)
             and op.id not in eager
             and any(len(reads[values[i].storage]) >= MANY_READS for i in op.inputs)
             and not any(opaque.get(s, -1) > op.id or s in results for s in made)
         ):
-            wider[op.id] = 32 // int(bits)
+            wider[op.id] = 32 // int(precision(values[op.outputs[0]].dtype).bits)
         pointwise = rule is not None and _is_pointwise(rule.fusion, op.arguments.get("training"))
         taken = set[int]()
         for i in op.inputs if pointwise else ():
@@ -90,6 +89,13 @@ def stored_wide(graph: OpGraph) -> dict[int, int]:
         for storage in made:
             reads[storage] = taken
     return wider
+
+
+def _may_reread(op: Op, values: Sequence[Tensor]) -> bool:
+    """Whether an op uses its input twice, and its result is narrower than fp32."""
+    rule = find_rule(op.target) if op.kind == "kernel" and op.outputs else None
+    rereads = rule is not None and "rereads" in rule.traits
+    return rereads and precision(values[op.outputs[0]].dtype).bits < 32
 
 
 def _is_pointwise(fusion: str, training: object) -> bool:

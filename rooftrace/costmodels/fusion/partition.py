@@ -5,8 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
+
+from msgspec import Struct, structs
 
 from rooftrace.costmodels.fusion.joins import JOINS, Join, because, fitting
 from rooftrace.costmodels.fusion.kernels import MAX_GROUP, Facts, KernelView
@@ -34,8 +36,7 @@ class Apart:
     is_first: bool  # whether this kernel is the first of them
 
 
-@dataclass(frozen=True, slots=True)
-class FusionGroup:
+class FusionGroup(Struct, frozen=True):
     """One kernel.
 
     A kernel that joins the end of an iteration to the start of the next is in the list twice: once
@@ -302,7 +303,8 @@ class Partition:
 
     def reads_part(self, numbers: Iterable[int], kernel: KernelView) -> bool:
         """Whether one of these ops reads a part of something long in the kernel."""
-        if kernel.reduced is not None:
+        long = self.facts.long.intersection(kernel.members) if self.facts.long else ()
+        if not long or kernel.reduced is not None:
             return False
         graph = self.facts.graph
         values = graph.values
@@ -313,7 +315,6 @@ class Partition:
             if values[i].storage in kernel.made
             and values[i].elements < values[values[i].storage].elements
         }
-        long = self.facts.long.intersection(kernel.members) if parts else ()
         return any(not parts.isdisjoint(graph.ops[number].outputs) for number in long)
 
     def may_share(self, numbers: Sequence[int], kernel: Open) -> bool:
@@ -395,7 +396,7 @@ def with_apart(
                     ops = tuple(op for i in others for op in groups[i].ops)
                     apart[number].append(Apart(join.name, ops, reason, number == numbers[0]))
     return tuple(
-        replace(group, apart=tuple(apart[number])) if number in apart else group
+        structs.replace(group, apart=tuple(apart[number])) if number in apart else group
         for number, group in enumerate(larger)
     )
 
@@ -471,7 +472,7 @@ class _Finished:
         ]
         # As in reports, names of torch's own ops have no namespace.
         names = " + ".join(part.name.removeprefix("aten.") for part in parts)
-        return replace(
+        return structs.replace(
             parts[0],
             ops=tuple(sorted(op for part in parts for op in part.ops)),
             pattern=join.name,

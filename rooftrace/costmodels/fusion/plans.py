@@ -9,6 +9,8 @@ from functools import cached_property
 from itertools import groupby, takewhile
 from typing import Any
 
+from msgspec import Struct, structs
+
 from rooftrace._extensions import failures
 from rooftrace._plain import Share
 from rooftrace._shown import short
@@ -42,8 +44,7 @@ from rooftrace.graph import PARTS, ROLES, Op, OpGraph, marks, pattern_of, refs
 from rooftrace.hardware.units import format_flops, format_traffic
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(Struct, frozen=True):
     """The next action of the host, once in every iteration of `repeats`."""
 
     dispatches: int  # things that the host enqueues
@@ -145,8 +146,9 @@ class _Host:
             stops = any(waits(self.graph, self.graph.ops[place]) for place in group.ops)
             rest, at = before.library, group.repeats
             rest = rest and min(rest, self._library(group.ops, _AT_ONCE))
-            first = replace(before, library=before.library - rest, repeats=at)
-            self.launches.append(replace(first, on_device=True, sync=stops))
+            library = before.library - rest
+            first = structs.replace(before, library=library, repeats=at, on_device=True, sync=stops)
+            self.launches.append(first)
             if rest:
                 self.launches.append(Launch(0, on_device=False, library=rest, repeats=at))
         while self.stops:
@@ -181,9 +183,9 @@ class _Host:
             ops.append(self.singles.popleft())
         for inside, members in groupby(ops, lambda op: op.repeats):
             launch = _eager(each := list(members), self.calls, inside)
-            launch = replace(launch, library=self._library([op.id for op in each]))
+            launch = structs.replace(launch, library=self._library([op.id for op in each]))
             if self.dispatch != "eager":
-                launch = replace(launch, dispatches=0, singles=launch.dispatches)
+                launch = structs.replace(launch, dispatches=0, singles=launch.dispatches)
             self.launches.append(launch)
         if ops and ops[-1].repeats == repeats:
             return self.launches.pop()
@@ -208,14 +210,16 @@ class _Host:
             before = self._one_by_one(stop.id, stop.repeats)
         if stop.kind == "sync":
             if stop.id not in self.alone:  # PyTorch enqueues the copy of a value, compiled or not
-                before = replace(before, singles=before.singles + 1)
-            self.launches.append(replace(before, sync=True, repeats=stop.repeats))
+                before = structs.replace(before, singles=before.singles + 1)
+            self.launches.append(structs.replace(before, sync=True, repeats=stop.repeats))
             return
         if marks.is_eager(stop):
-            self.launches.append(replace(before, repeats=stop.repeats))
+            self.launches.append(structs.replace(before, repeats=stop.repeats))
             return
         graph = 1 if self.dispatch == "graph" else 0  # a graph captured and launched separately
-        self.launches.append(replace(before, dispatches=graph, entries=1, repeats=stop.repeats))
+        self.launches.append(
+            structs.replace(before, dispatches=graph, entries=1, repeats=stop.repeats)
+        )
 
 
 def _eager(ops: Sequence[Op], calls: Sequence[int], repeats: tuple[int, ...]) -> Launch:
@@ -396,18 +400,23 @@ class Plan:
 
     @staticmethod
     def each(
-        graph: OpGraph, executions: Sequence[str | ExecutionModel], *, savings: bool = True
+        graph: OpGraph,
+        executions: Sequence[str | ExecutionModel],
+        *,
+        savings: bool = True,
+        known: Plan | None = None,
     ) -> list[Plan]:
         """A plan under each execution model, as `plan` makes it; shared graphs are priced once.
 
-        savings: whether the notes on rewrites name their savings.
+        savings: whether the notes on rewrites name their savings.  known: a plan of a graph that
+        this one was rewritten from, whose costs hold for the ops of both.
         """
         OpGraph.check(graph, "plan")
         written = [as_written(graph, execution_model(execution)) for execution in executions]
         priced = {}
         for marked, _ in written:
             if id(marked) not in priced:
-                costs = price_ops(marked)
+                costs = price_ops(marked, known=known and (known.graph, known.op_costs))
                 priced[id(marked)] = with_families(marked, costs[0]), costs
         plans = []
         for marked, model in written:
@@ -562,7 +571,8 @@ def _planned(
     """classified: the graph with the family of each op.  priced: the costs of its ops."""
     price = (lambda side, ops: price_ops(side, ops)[0]) if savings else None
     rewritten, notes = rewrite(classified, model, price)
-    priced = priced if rewritten is classified else price_ops(rewritten)
+    if rewritten is not classified:
+        priced = price_ops(rewritten, known=(classified, priced[0]))
     return _grouped(graph, rewritten, priced, model, notes)
 
 

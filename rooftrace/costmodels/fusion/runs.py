@@ -92,7 +92,7 @@ class Neighbourhood:
     """
 
     def __init__(self, graph: OpGraph) -> None:
-        self.graph = graph
+        self.targets = [op.target for op in graph.ops]
         self.sites: dict[int, list[Site]] = {}
         self.barred: set[tuple[int, int]] = set()
         bounds = [range(len(graph.ops))]
@@ -114,8 +114,8 @@ class Neighbourhood:
         """Whether these ops equal those of an iteration."""
         if part.start < around.start or part.stop > around.stop:
             return False
-        ops = self.graph.ops
-        return all(ops[i].target == ops[run.start + i - part.start].target for i in part)
+        targets = self.targets
+        return targets[part.start : part.stop] == targets[run.start : run.stop]
 
     def _by_repeat(self, members: Iterable[int]) -> dict[int, dict[int, Site]]:
         """Sites of these ops by repeat and op, of repeats that some op is in."""

@@ -14,8 +14,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from msgspec.structs import replace
-
 from rooftrace.costmodels.ops.cost import Cost
 from rooftrace.costmodels.ops.opview import find_rule
 from rooftrace.graph import Op, OpGraph
@@ -58,7 +56,7 @@ def with_families(graph: OpGraph, costs: Sequence[Cost]) -> OpGraph:
                 family = inside
             elif op.id in heads:
                 family = "head"
-        ops.append(replace(op, family=family))
+        ops.append(op.relabelled(family=family))
     return graph.replace(ops=tuple(ops))
 
 

@@ -21,9 +21,14 @@ _MOST = 4096
 
 
 def price_ops(
-    graph: OpGraph, ops: Sequence[Op] | None = None
+    graph: OpGraph,
+    ops: Sequence[Op] | None = None,
+    known: tuple[OpGraph, Sequence[Cost]] | None = None,
 ) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
     """The cost of each op, once, bound to storages, and whether it has a rule.  ops: else all.
+
+    known: a graph that this one was rewritten from, and the costs of its ops, which ops of both
+    keep.
 
     An op without a rule reads its operands and writes its results (see `without_rule`), between
     the bounds of `unknown_bytes`.  Views and waits cost nothing here.  What runs a second time in
@@ -37,9 +42,15 @@ def price_ops(
     storages = [t.storage for t in graph.values]
     copies = _Copies(graph, sizes, storages)
     outside = {storages[i] for i in graph.external}
+    places = graph.places_in(known[0]) if known else ()
     for op in graph.ops if ops is None else ops:
         if op.kind != "kernel":
             costs.append(Cost())
+            has_rule.append(True)
+            continue
+        rule, place = find_rule(op.target), places[op.id] if places else None
+        if known and place is not None and rule is not None and not rule.is_own:
+            costs.append(known[1][place])
             has_rule.append(True)
             continue
         key, local = _signature(copies.written_out(op), sizes, storages)
@@ -47,7 +58,7 @@ def price_ops(
         if priced is None:
             priced = memo[key] = _price(key, graph)
         cost = priced[0].bind(copies.owners(local)) if priced[0].traffic else priced[0]
-        if find_rule(op.target) is None:
+        if rule is None:
             cost = without_rule(graph, op, cost, outside)
         costs.append(cost.recomputed() if op.part == "recompute" else cost)
         has_rule.append(priced[1])

@@ -400,16 +400,9 @@ def _prices_of_changes(graph: OpGraph, result: OpGraph, price: Price) -> tuple[C
 
 
 def _not_in(graph: OpGraph, other: OpGraph) -> list[Op]:
-    """The ops of a graph but those that the other one has too, of the same values and arguments."""
-    there = {(op.target, op.outputs): op for op in other.ops}
-    kept = [mine is theirs for mine, theirs in zip(graph.values, other.values, strict=False)]
-    kept += [False] * (len(graph.values) - len(kept))
-
-    def stays(op: Op, then: Op | None) -> bool:
-        same = then is not None and op.arguments is then.arguments and op.facts is then.facts
-        return same and all(kept[value] for value in (*op.inputs, *op.outputs))
-
-    return [op for op in graph.ops if not stays(op, there.get((op.target, op.outputs)))]
+    """The ops of a graph but those that the other one has too."""
+    pairs = zip(graph.ops, graph.places_in(other), strict=True)
+    return [op for op, place in pairs if place is None]
 
 
 # -- precisions ------------------------------------------------------------------------------------

@@ -104,8 +104,7 @@ class HostSeconds:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _TimedLaunch:
+class _TimedLaunch(Struct, frozen=True):
     """A launch in seconds: of the host, and of the device (None where it has nothing to do)."""
 
     host: float

@@ -322,7 +322,7 @@ class Study:
         if source is base.source and execution is base.execution:
             return base
         if source is not base.source or not _same_kernels(base.execution, execution):
-            (planned,) = Plan.each(source, [execution], savings=False)
+            (planned,) = Plan.each(source, [execution], savings=False, known=base)
             return planned
         if execution.dispatch != base.execution.dispatch:
             return base.as_run(execution)

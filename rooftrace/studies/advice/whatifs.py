@@ -8,11 +8,20 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
+from msgspec import structs
+
 from rooftrace._plain import Plain
 from rooftrace._shown import short
 from rooftrace.costmodels.estimates import Estimate, estimate
-from rooftrace.costmodels.estimates.rows import lead_op
-from rooftrace.costmodels.fusion import SUMMARIES, ExecutionModel, Plan, execution_model, waits_at
+from rooftrace.costmodels.estimates.rows import Row, lead_op
+from rooftrace.costmodels.fusion import (
+    SUMMARIES,
+    ExecutionModel,
+    Plan,
+    execution_model,
+    waits,
+    waits_at,
+)
 from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.ops import price_ops, with_families
 from rooftrace.costmodels.rewrites import HALVES, Edit, applicable, findings, written_rewrites
@@ -265,25 +274,44 @@ def priced_change(step: Estimate, change: StepChange) -> WhatIf | None:
 def _reach(step: Estimate, graph: OpGraph) -> float:
     """The share of the step in kernels that another graph of it has no more, or changes.
 
-    No change of these can save more: what the host takes for each kernel is counted, too, and where
-    it no longer waits all that the device is idle.
+    No change of these can save more: what the host takes for each op is counted, too, and where it
+    no longer waits all that the device is idle.  A kernel of ops that stay can only be spared the
+    bytes of values that other ops make then; one of ops that rewriting put there can go with the
+    ops around it.
     """
-    source, waits = step.plan.source, False
-    kept = {(op.target, op.inputs, op.outputs) for op in graph.ops}
+    source, planned, gone, idles = step.plan.source, step.plan.graph, 0, False
+    there = {(op.target, op.inputs, op.outputs) for op in source.ops}
+    kept = {(op.target, op.inputs, op.outputs): op.arguments for op in graph.ops}
     changed = {place for place, old in enumerate(source.values) if graph.values[place] != old}
+    around = set[int]()
     for op in source.ops:
         if (op.target, op.inputs, op.outputs) not in kept:
-            waits |= op.kind == "sync"
+            gone += source.times(op)
+            idles |= waits(source, op)
             changed.update(op.outputs)
-    ops = step.plan.graph.ops
-    reached = [
-        row
-        for row in step.rows
-        if any(not changed.isdisjoint((*ops[i].inputs, *ops[i].outputs)) for i in row.ops)
-    ]
-    share, times = sum(row.count for row in reached) / max(step.kernels, 1), step.times
-    idle = times.t_launch + times.t_exposed if waits else share * times.t_launch
-    return (idle + sum(row.timing.t_device for row in reached)) / step.t_est
+            around.update(op.inputs)
+
+    def spared(row: Row) -> float:
+        ops = [planned.ops[i] for i in row.ops]
+        values = {value for op in ops for value in (*op.inputs, *op.outputs)}
+        if any((op.target, op.inputs, op.outputs) not in there for op in ops):
+            return 0.0 if values.isdisjoint(changed | around) else 1.0
+        same = all(kept.get((op.target, op.inputs, op.outputs)) is op.arguments for op in ops)
+        pairs = ((graph.values[i], planned.values[i]) for i in values)
+        if not same or any(structs.replace(a, storage=b.storage) != b for a, b in pairs):
+            return 0.0 if values.isdisjoint(changed) else 1.0
+        storages = {planned.values[value].storage for value in values & changed}
+        traffic = step.plan.costs[row.index].traffic
+        moved = sum(size for access, size in traffic.items() if access.storage in storages)
+        return moved / max(sum(traffic.values()), 1)
+
+    shares = [(row, spared(row)) for row in step.rows]
+    kernels = sum(row.count for row, share in shares if share)
+    times, enqueued = step.times, sum(map(source.times, source.ops))
+    launched = max(kernels / max(step.kernels, 1), gone / max(enqueued, 1))
+    idle = min(launched * step.t_est, times.t_launch)  # the host takes the entire step at most
+    idle = times.t_launch + times.t_exposed if idles else idle
+    return (idle + sum(share * row.timing.t_device for row, share in shares)) / step.t_est
 
 
 def by_rules(step: Estimate) -> Estimate:
@@ -423,11 +451,11 @@ def _how_run(model: ExecutionModel, graph: OpGraph, chip: Chip) -> Iterator[Step
             execution={"fusion": "detected", **dispatch},
         )
     if model.dispatch != "graph" and chip.kind == "gpu":
-        waits = waits_at(graph).total()
-        each = f"; a graph for each of {waits + 1:,} parts between waits" if waits else ""
+        stops = waits_at(graph).total()
+        each = f"; a graph for each of {stops + 1:,} parts between waits" if stops else ""
         yield StepChange(
             lever="launch",
-            action="Launch the step as one CUDA graph" if not waits else "Launch by CUDA graphs",
+            action="Launch by CUDA graphs" if stops else "Launch the step as one CUDA graph",
             needs=f"shapes and addresses that stay from step to step{each}",
             execution={"dispatch": "graph"},
         )

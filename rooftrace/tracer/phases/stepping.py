@@ -227,11 +227,12 @@ def optimizer_class(name: str) -> Any:
         if inspect.isclass(c)
         and issubclass(c, torch.optim.Optimizer)
         and c is not torch.optim.Optimizer
-        and _steps_alone(c)
     }
-    if name.lower() not in kinds:
-        raise RequestError(f"optimizer {name!r:.60}: {one_of(name, sorted(kinds), 'none or one')}")
-    return kinds[name.lower()]
+    kind = kinds.get(name.lower())
+    if kind is None or not _steps_alone(kind):
+        known = sorted(n for n, c in kinds.items() if _steps_alone(c))
+        raise RequestError(f"optimizer {name!r:.60}: {one_of(name, known, 'none or one')}")
+    return kind
 
 
 def _steps_alone(kind: Any) -> bool:

@@ -380,9 +380,10 @@ def _dynamo_first() -> None:
 
     It knows functions of torch by the objects under their names when it was imported.
     """
-    if not torch_private.DYNAMO_LATER.waits:
+    later = torch_private.DYNAMO_LATER
+    if not later.waits and not later.is_loaded:
         with plainly():
-            torch_private.DYNAMO_LATER.load()
+            later.load()
 
 
 @contextlib.contextmanager
