@@ -19,6 +19,7 @@ from rooftrace.costmodels.rewrites.rewrites import (
 from rooftrace.graph.graph import OpGraph
 from rooftrace.graph.records import Ref
 from rooftrace.hardware.precisions import PrecisionError
+from rooftrace.studies.advice import Study, Variant
 from tests.costmodels.graph_support import Builder
 
 pytestmark = pytest.mark.quick
@@ -27,6 +28,21 @@ BF16, FP32 = 2, 4  # bytes
 
 
 # -- what an execution model asks for --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("execution", ["efficient", "naive", "serving"])
+@pytest.mark.parametrize(
+    ("name", "phase"), [("llama", "decode"), ("deepseek", "prefill"), ("resnet", "training")]
+)
+def test_ops_that_a_rewrite_leaves_keep_the_prices_that_they_would_get_anew(
+    name, phase, execution, traced
+):
+    step = rt.estimate(traced(name, phase), "h200-sxm", execution=execution)
+    assert step.plan.op_costs == price_ops(step.plan.graph)[0]
+    variant = Variant(precisions={"weights_dtype": "fp8"}, execution=step.execution)
+    other, _ = Study(step).planned(variant)
+    assert other.op_costs == price_ops(other.graph)[0]
+    assert other.coverage == plan(other.source, other.execution).coverage
 
 
 def test_notes_say_what_was_changed(traced):

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 from rooftrace.costmodels.estimates.estimates import estimate
+from rooftrace.costmodels.fusion import Coverage, Launch, Plan, Unsupported
 from rooftrace.costmodels.fusion.executions import PRESETS
 from rooftrace.costmodels.fusion.partition import FusionGroup
-from rooftrace.costmodels.fusion.plans import Coverage, Launch, Plan, Unsupported
 from rooftrace.costmodels.memory.footprint import Memory
 from rooftrace.costmodels.ops.cost import Access, Cost, Work
 from rooftrace.graph.graph import OpGraph

@@ -11,6 +11,7 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.graph import OpGraph
 from rooftrace.studies.advice import Study, Variant
+from rooftrace.studies.advice.whatifs import by_rules, changes_of, most_saved
 from tests.reporting.planted import PAIRS
 from tests.reporting.planted_calls import Rms, RmsNamed
 from tests.reporting.planted_kernels import Written, WrittenMended
@@ -47,6 +48,20 @@ def test_a_planted_finding_is_named_with_its_line_and_the_price_of_the_mended(pa
 def test_the_mended_model_is_not_told_again(pair: Pair) -> None:
     told = rt.tools.guidance(estimated(pair.mended)).options
     assert not [w for w in told if w.lever == pair.lever and pair.said in w.action]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+def test_no_mended_graph_saves_more_than_is_said_without_a_plan_of_it(pair: Pair) -> None:
+    for step in (estimated(pair.planted), estimated(pair.mended)):
+        for change in changes_of(step):
+            graph = change.edited(step.plan.source)
+            if graph is None:
+                continue
+            before = by_rules(step) if change.regroups else step
+            execution = change.applied(before.execution)
+            variant = Variant(graph=graph, precisions=change.precisions, execution=execution)
+            saved = 1 - Study(step).estimate(variant).t_est / before.t_est
+            assert most_saved(step, graph) >= saved - 1e-9, change.action
 
 
 class Spelled(nn.Module):

@@ -1,5 +1,9 @@
 from rooftrace.costmodels.fusion import runs as runs, traffic as traffic
-from rooftrace.costmodels.fusion.execution_advice import usual_execution as usual_execution
+from rooftrace.costmodels.fusion.execution_advice import (
+    Coverage as Coverage,
+    Unsupported as Unsupported,
+    usual_execution as usual_execution,
+)
 from rooftrace.costmodels.fusion.executions import (
     LIBRARIES as LIBRARIES,
     REWRITES as REWRITES,
@@ -20,10 +24,8 @@ from rooftrace.costmodels.fusion.kernels import KernelView as KernelView
 from rooftrace.costmodels.fusion.partition import FusionGroup as FusionGroup, beyond as beyond
 from rooftrace.costmodels.fusion.plans import (
     Bytes as Bytes,
-    Coverage as Coverage,
     Launch as Launch,
     Plan as Plan,
-    Unsupported as Unsupported,
     plan as plan,
     waits as waits,
     waits_at as waits_at,

@@ -1,8 +1,8 @@
-"""Plans of a step: priced and grouped ops, launches and syncs of the host, and rule coverage."""
+"""Plans of a step: priced and grouped ops, and launches and syncs of the host."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,13 +12,14 @@ from typing import Any
 from msgspec import Struct, structs
 
 from rooftrace._extensions import failures
-from rooftrace._plain import Share
 from rooftrace._shown import short
 from rooftrace.costmodels.fusion import traffic
 from rooftrace.costmodels.fusion.execution_advice import (
+    Coverage,
     as_written,
     attention_apart,
     cache_products,
+    coverage_of,
     given_formulas,
     joined_by_users,
     rules_of_no_op,
@@ -36,11 +37,10 @@ from rooftrace.costmodels.ops import (
     Cost,
     find_rule,
     price_ops,
-    unknown_bytes,
     with_families,
 )
 from rooftrace.costmodels.rewrites import reprice, rewrite
-from rooftrace.graph import PARTS, ROLES, Op, OpGraph, marks, pattern_of, refs
+from rooftrace.graph import PARTS, ROLES, Op, OpGraph, marks, refs
 from rooftrace.hardware.units import format_flops, format_traffic
 
 
@@ -259,96 +259,6 @@ def calls_before(graph: OpGraph) -> tuple[int, ...]:
     return tuple(counts)
 
 
-# -- coverage --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unsupported:
-    """An op without a rule: no FLOP of it is counted."""
-
-    target: str
-    count: int
-    bytes: int  # the bytes in the totals, see `price.without_rule`
-    shapes: str  # "bf16[8, 2048], int64[8]"
-    modules: tuple[str, ...]
-    bytes_least: int = 0  # bounds, if it touches no byte twice: see `price.unknown_bytes`
-    bytes_most: int | None = None
-
-    @property
-    def most(self) -> int:
-        """The upper bound; `bytes` without one."""
-        return self.bytes if self.bytes_most is None else self.bytes_most
-
-    @property
-    def stub(self) -> str:
-        """A rule to paste and fill in."""
-        name = self.target.rsplit(".", 1)[0]
-        function = name.replace(".", "_").strip("_")
-        return (
-            f'@rooftrace.extend.rule("{name}")\ndef {function}(op):\n'
-            f"    return rooftrace.extend.Cost.of(vector=...) + op.streamed()"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Coverage:
-    """The part of a total that rests on explicit rules."""
-
-    ops: int
-    ops_with_rule: int
-    bytes: int
-    bytes_with_rule: int
-    unsupported: tuple[Unsupported, ...]
-
-    @property
-    def bytes_with_rule_share(self) -> Share:
-        """Share of the priced bytes that a rule accounts for (1 when nothing moves)."""
-        return self.bytes_with_rule / self.bytes if self.bytes else 1.0
-
-
-def coverage_of(graph: OpGraph, costs: Sequence[Cost], has_rule: Sequence[bool]) -> Coverage:
-    """The coverage of a graph.  costs, has_rule: of each op."""
-    unruled: dict[str, list[tuple[Op, int]]] = defaultdict(list)  # with the bytes, by target
-    ops = total = 0
-    for op, cost, ruled in zip(graph.ops, costs, has_rule, strict=True):
-        if op.kind != "kernel":
-            continue
-        size = graph.times(op) * (cost.bytes() + cost.bytes("link"))
-        ops += graph.times(op)
-        total += size
-        if not ruled:
-            unruled[op.target].append((op, size))
-    unsupported = [_unsupported(graph, members) for members in unruled.values()]
-    return Coverage(
-        ops=ops,
-        ops_with_rule=ops - sum(each.count for each in unsupported),
-        bytes=total,
-        bytes_with_rule=total - sum(each.bytes for each in unsupported),
-        unsupported=tuple(sorted(unsupported, key=lambda each: (-each.bytes, each.target))),
-    )
-
-
-def _unsupported(graph: OpGraph, members: Sequence[tuple[Op, int]]) -> Unsupported:
-    """The ops of one target, given with their bytes."""
-    first = members[0][0]
-    bounds = [(graph.times(op), *unknown_bytes(graph, op)) for op, _ in members]
-    return Unsupported(
-        target=first.target,
-        count=sum(times for times, _, _ in bounds),
-        bytes=sum(size for _, size in members),
-        shapes=_shapes(graph, first.inputs[:3]),
-        modules=tuple(dict.fromkeys(pattern_of(op.module) for op, _ in members)),
-        bytes_least=sum(times * least for times, least, _ in bounds),
-        bytes_most=sum(times * most for times, _, most in bounds),
-    )
-
-
-def _shapes(graph: OpGraph, inputs: Sequence[int]) -> str:
-    """The types and shapes of values as text: "bf16[8, 2048], int64[8]"."""
-    tensors = (graph.values[i] for i in inputs)
-    return ", ".join(f"{t.dtype}[{', '.join(map(str, t.shape))}]" for t in tensors)
-
-
 # -- plans -----------------------------------------------------------------------------------------
 # A plan is made once per execution model; `estimate` puts it on chips.
 
@@ -413,10 +323,11 @@ class Plan:
         """
         OpGraph.check(graph, "plan")
         written = [as_written(graph, execution_model(execution)) for execution in executions]
+        before = None if known is None else (known.graph, known.op_costs)
         priced = {}
         for marked, _ in written:
             if id(marked) not in priced:
-                costs = price_ops(marked, known=known and (known.graph, known.op_costs))
+                costs = price_ops(marked, known=before)
                 priced[id(marked)] = with_families(marked, costs[0]), costs
         plans = []
         for marked, model in written:

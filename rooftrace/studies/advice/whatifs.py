@@ -253,7 +253,7 @@ def priced_change(step: Estimate, change: StepChange) -> WhatIf | None:
     before = by_rules(step) if change.regroups else step
     model = change.applied(before.execution)
     graph = change.edited(step.plan.source)
-    if graph is not None and change.lever != "memory" and _reach(step, graph) < LEAST:
+    if graph is not None and change.lever != "memory" and most_saved(step, graph) < LEAST:
         return None
     variant = Variant(graph=graph, precisions=change.precisions, execution=model)
     try:
@@ -271,13 +271,13 @@ def priced_change(step: Estimate, change: StepChange) -> WhatIf | None:
     )
 
 
-def _reach(step: Estimate, graph: OpGraph) -> float:
-    """The share of the step in kernels that another graph of it has no more, or changes.
+def most_saved(step: Estimate, graph: OpGraph) -> float:
+    """An upper bound of the share of a step that another graph of it saves, without a plan of that.
 
-    No change of these can save more: what the host takes for each op is counted, too, and where it
-    no longer waits all that the device is idle.  A kernel of ops that stay can only be spared the
-    bytes of values that other ops make then; one of ops that rewriting put there can go with the
-    ops around it.
+    It is the share of kernels that go or change, and of the host for ops that go; where the host no
+    longer waits it is all that the device is idle.  A kernel of ops that stay can only be spared
+    the bytes of values that other ops make then; one of ops that rewriting put there can go with
+    the ops around it.
     """
     source, planned, gone, idles = step.plan.source, step.plan.graph, 0, False
     there = {(op.target, op.inputs, op.outputs) for op in source.ops}
