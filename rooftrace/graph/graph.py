@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +18,6 @@ from msgspec.structs import replace
 
 from rooftrace._shown import Shown, short
 from rooftrace.errors import RequestError
-from rooftrace.graph import marks
 from rooftrace.graph.records import (
     KINDS,
     LOWER_BOUND,
@@ -104,27 +102,6 @@ class OpGraph(Shown):
         """Number of ops or values that `item` stands for: 1 outside of repeats."""
         return math.prod(self.repeats[r].count for r in item.repeats) if item.repeats else 1
 
-    def places_in(self, other: OpGraph) -> list[int | None]:
-        """By op: the place of the same op in another graph of these values; None where it has none.
-
-        It makes the same values from the same ones, with the same arguments, facts, part and
-        repeats.  The graphs come from each other by rewriting, so that what is equal is shared.
-        """
-        if self.repeats != other.repeats:
-            return [None] * len(self.ops)
-        there = {(op.target, op.outputs): op for op in other.ops}
-        kept = [mine is theirs for mine, theirs in zip(self.values, other.values, strict=False)]
-        kept += [False] * (len(self.values) - len(kept))
-
-        def place(op: Op) -> int | None:
-            then = there.get((op.target, op.outputs))
-            if then is None or op.arguments is not then.arguments or op.facts is not then.facts:
-                return None
-            same = op.part == then.part and op.repeats == then.repeats
-            return then.id if same and all(kept[i] for i in (*op.inputs, *op.outputs)) else None
-
-        return [place(op) for op in self.ops]
-
     def expand(self) -> OpGraph:
         """The flat graph of this step: every iteration of every repeat is written out.
 
@@ -165,14 +142,6 @@ class OpGraph(Shown):
         return tuple(
             i for i, t in enumerate(self.values) if i not in made and t.storage not in made
         )
-
-    @cached_property
-    def used(self) -> tuple[Op, ...]:
-        """The ops that make an output, or write into something that outlives the step.
-
-        An iteration also makes what the next iteration reads, up to its last op.
-        """
-        return _used(self)
 
     @cached_property
     def unrecorded(self) -> tuple[Assumption, ...]:
@@ -324,55 +293,6 @@ class OpGraph(Shown):
 
 def _named(op: Op) -> str:
     return f"op {op.id} ({op.target})"
-
-
-# -- Used ops --------------------------------------------------------------------------------------
-
-
-def _used(graph: OpGraph) -> tuple[Op, ...]:
-    storage, ops = [t.storage for t in graph.values], graph.ops
-    makers, last = defaultdict[int, list[int]](list), dict[int, int]()
-    for op in ops:
-        for value in op.outputs:
-            makers[storage[value]].append(op.id)
-        for repeat in op.repeats:
-            last[repeat] = op.id
-    eager = marks.eager_ops(ops)
-    stack = [
-        op.id
-        for op in ops
-        if not op.outputs or op.kind == "sync" or "writes" in op.facts or op.id in eager
-    ]
-    used = set(stack)
-    ends = dict[int, int]()  # by storage: the ops before this one that make it are used
-    reads = [(storage[value], len(ops)) for value in (*graph.outputs, *graph.external)]
-    while True:
-        for made, end in reads:
-            if ends.get(made, 0) < end:
-                ends[made] = end
-                newly = [maker for maker in makers[made] if maker < end and maker not in used]
-                used.update(newly)
-                stack += newly
-        if not stack:
-            return tuple(op for op in ops if op.id in used)
-        op = ops[stack.pop()]
-        reads = [(storage[value], op.id) for value in op.inputs]
-        if op.repeats:
-            reads += [(made, last.get(of, -1) + 1) for of, made in _read_across(graph, op)]
-
-
-def _read_across(graph: OpGraph, op: Op) -> Iterator[tuple[int, int]]:
-    """(repeat, storage) that an op reads of a neighbouring iteration, or that iterations share."""
-    values = graph.values
-    neighbours = [ref.then for ref in op.reads]
-    neighbours += [values[i].then for i in (*op.inputs, *op.outputs)]
-    for then in neighbours:
-        if then is not None:
-            yield then.repeat, values[then.value].storage
-    for repeat in op.repeats:
-        for storage in (values[i].storage for i in op.inputs):
-            if repeat not in values[storage].repeats:
-                yield repeat, storage
 
 
 # -- Writing repeats out: from a graph in which equal iterations stand once to the flat one --------

@@ -11,7 +11,8 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.graph import OpGraph
 from rooftrace.studies.advice import Study, Variant
-from rooftrace.studies.advice.whatifs import by_rules, changes_of, most_saved
+from rooftrace.studies.advice.variants import most_saved
+from rooftrace.studies.advice.whatifs import by_rules, changes_of
 from tests.reporting.planted import PAIRS
 from tests.reporting.planted_calls import Rms, RmsNamed
 from tests.reporting.planted_kernels import Written, WrittenMended

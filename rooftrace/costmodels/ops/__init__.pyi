@@ -30,6 +30,7 @@ from rooftrace.costmodels.ops.opview import (
 )
 from rooftrace.costmodels.ops.price import (
     op_cost as op_cost,
+    places_in as places_in,
     price_ops as price_ops,
     unknown_bytes as unknown_bytes,
 )

@@ -42,7 +42,7 @@ def price_ops(
     storages = [t.storage for t in graph.values]
     copies = _Copies(graph, sizes, storages)
     outside = {storages[i] for i in graph.external}
-    places = graph.places_in(known[0]) if known else ()
+    places = places_in(graph, known[0]) if known else ()
     for op in graph.ops if ops is None else ops:
         if op.kind != "kernel":
             costs.append(Cost())
@@ -63,6 +63,28 @@ def price_ops(
         costs.append(cost.recomputed() if op.part == "recompute" else cost)
         has_rule.append(priced[1])
     return tuple(costs), tuple(has_rule)
+
+
+def places_in(graph: OpGraph, other: OpGraph) -> list[int | None]:
+    """By op: the place of the same op in another graph of these values; None where it has none.
+
+    It makes the same values from the same ones, with the same arguments, facts, part and repeats.
+    The graphs come from each other by rewriting, so that what is equal is shared.
+    """
+    if graph.repeats != other.repeats:
+        return [None] * len(graph.ops)
+    there = {(op.target, op.outputs): op for op in other.ops}
+    kept = [mine is theirs for mine, theirs in zip(graph.values, other.values, strict=False)]
+    kept += [False] * (len(graph.values) - len(kept))
+
+    def place(op: Op) -> int | None:
+        then = there.get((op.target, op.outputs))
+        if then is None or op.arguments is not then.arguments or op.facts is not then.facts:
+            return None
+        same = op.part == then.part and op.repeats == then.repeats
+        return then.id if same and all(kept[i] for i in (*op.inputs, *op.outputs)) else None
+
+    return [place(op) for op in graph.ops]
 
 
 def op_cost(graph: OpGraph, op: Op) -> Cost:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.ops import find_rule
 from rooftrace.costmodels.rewrites.dataflow import ValueFlow, reads_across
-from rooftrace.graph import Argument, GraphError, Op, OpGraph, Ref, Tensor, assumptions, refs
+from rooftrace.graph import Argument, GraphError, Op, OpGraph, Ref, Tensor, assumptions, marks, refs
 
 Match = TypeVar("Match")
 
@@ -311,9 +312,10 @@ def without_dead_ops(graph: OpGraph) -> tuple[OpGraph, int]:
 
     Returns the graph and how many kernels were left out.
     """
-    if len(graph.used) == len(graph.ops):
+    kept = _used(graph)
+    if len(kept) == len(graph.ops):
         return graph, 0
-    smaller = graph.with_ops(graph.used)
+    smaller = graph.with_ops(kept)
     before, after = (sum(map(side.times, side.kernels())) for side in (graph, smaller))
     return smaller, before - after
 
@@ -323,10 +325,10 @@ def without_left_behind(graph: OpGraph, before: OpGraph) -> OpGraph:
 
     Values keep their ids in a rewrite, so ops are compared by the values that they make.
     """
-    kept = list(graph.ops)
-    if len(graph.used) < len(kept):
-        used = {op.id for op in graph.used}
-        unused_before = {op.outputs for op in before.ops} - {op.outputs for op in before.used}
+    kept = _used(graph)
+    if len(kept) < len(graph.ops):
+        used = {op.id for op in kept}
+        unused_before = {op.outputs for op in before.ops} - {op.outputs for op in _used(before)}
         kept = [op for op in graph.ops if op.id in used or op.outputs in unused_before]
     read_before = _read(before, before.ops)
     kept, read = _without_unread_views(graph, kept, read_before)
@@ -361,7 +363,7 @@ def _without_unread_views(
 ) -> tuple[list[Op], set[int]]:
     """Ops without the views that nothing reads any more, among those read `before`; what they read.
 
-    `OpGraph.used` keeps views of external values, since they may be written.
+    `_used` keeps views of external values, since they may be written.
     """
     while True:
         read = _read(graph, ops)
@@ -375,6 +377,56 @@ def _without_unread_views(
         if len(kept) == len(ops):
             return kept, read
         ops = kept
+
+
+def _used(graph: OpGraph) -> list[Op]:
+    """The ops that make an output, or write into something that outlives the step.
+
+    An iteration also makes what the next iteration reads, up to its last op.
+    """
+    storage, ops = [t.storage for t in graph.values], graph.ops
+    makers, last = defaultdict[int, list[int]](list), dict[int, int]()
+    for op in ops:
+        for value in op.outputs:
+            makers[storage[value]].append(op.id)
+        for repeat in op.repeats:
+            last[repeat] = op.id
+    eager = marks.eager_ops(ops)
+    stack = [
+        op.id
+        for op in ops
+        if not op.outputs or op.kind == "sync" or "writes" in op.facts or op.id in eager
+    ]
+    used = set(stack)
+    ends = dict[int, int]()  # by storage: the ops before this one that make it are used
+    reads = [(storage[value], len(ops)) for value in (*graph.outputs, *graph.external)]
+    while True:
+        for made, end in reads:
+            if ends.get(made, 0) < end:
+                ends[made] = end
+                newly = [maker for maker in makers[made] if maker < end and maker not in used]
+                used.update(newly)
+                stack += newly
+        if not stack:
+            return [op for op in ops if op.id in used]
+        op = ops[stack.pop()]
+        reads = [(storage[value], op.id) for value in op.inputs]
+        if op.repeats:
+            reads += [(made, last.get(of, -1) + 1) for of, made in _read_across(graph, op)]
+
+
+def _read_across(graph: OpGraph, op: Op) -> Iterator[tuple[int, int]]:
+    """(repeat, storage) that an op reads of a neighbouring iteration, or that iterations share."""
+    values = graph.values
+    neighbours = [ref.then for ref in op.reads]
+    neighbours += [values[i].then for i in (*op.inputs, *op.outputs)]
+    for then in neighbours:
+        if then is not None:
+            yield then.repeat, values[then.value].storage
+    for repeat in op.repeats:
+        for storage in (values[i].storage for i in op.inputs):
+            if repeat not in values[storage].repeats:
+                yield repeat, storage
 
 
 # -- other precisions ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from rooftrace.costmodels.fusion import SUMMARIES, ExecutionModel, execution_model
-from rooftrace.costmodels.ops import Access, Cost, Work
+from rooftrace.costmodels.ops import Access, Cost, Work, places_in
 from rooftrace.costmodels.rewrites.attention_kernels import (
     attention_kernels,
     flash_from_products,
@@ -401,7 +401,7 @@ def _prices_of_changes(graph: OpGraph, result: OpGraph, price: Price) -> tuple[C
 
 def _not_in(graph: OpGraph, other: OpGraph) -> list[Op]:
     """The ops of a graph but those that the other one has too."""
-    pairs = zip(graph.ops, graph.places_in(other), strict=True)
+    pairs = zip(graph.ops, places_in(graph, other), strict=True)
     return [op for op, place in pairs if place is None]
 
 

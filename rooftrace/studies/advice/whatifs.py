@@ -8,18 +8,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
-from msgspec import structs
-
 from rooftrace._plain import Plain
 from rooftrace._shown import short
 from rooftrace.costmodels.estimates import Estimate, estimate
-from rooftrace.costmodels.estimates.rows import Row, lead_op
+from rooftrace.costmodels.estimates.rows import lead_op
 from rooftrace.costmodels.fusion import (
     SUMMARIES,
     ExecutionModel,
     Plan,
     execution_model,
-    waits,
     waits_at,
 )
 from rooftrace.costmodels.kernels import engines
@@ -31,7 +28,7 @@ from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.precisions import compute_family, precision
 from rooftrace.hardware.units import format_flops, format_share, format_time, format_traffic, listed
-from rooftrace.studies.advice.variants import Compared, Headroom, Study, Variant
+from rooftrace.studies.advice.variants import Compared, Headroom, Study, Variant, most_saved
 
 if TYPE_CHECKING:
     import pandas
@@ -269,49 +266,6 @@ def priced_change(step: Estimate, change: StepChange) -> WhatIf | None:
         after=after,
         at_most=change.at_most,
     )
-
-
-def most_saved(step: Estimate, graph: OpGraph) -> float:
-    """An upper bound of the share of a step that another graph of it saves, without a plan of that.
-
-    It is the share of kernels that go or change, and of the host for ops that go; where the host no
-    longer waits it is all that the device is idle.  A kernel of ops that stay can only be spared
-    the bytes of values that other ops make then; one of ops that rewriting put there can go with
-    the ops around it.
-    """
-    source, planned, gone, idles = step.plan.source, step.plan.graph, 0, False
-    there = {(op.target, op.inputs, op.outputs) for op in source.ops}
-    kept = {(op.target, op.inputs, op.outputs): op.arguments for op in graph.ops}
-    changed = {place for place, old in enumerate(source.values) if graph.values[place] != old}
-    around = set[int]()
-    for op in source.ops:
-        if (op.target, op.inputs, op.outputs) not in kept:
-            gone += source.times(op)
-            idles |= waits(source, op)
-            changed.update(op.outputs)
-            around.update(op.inputs)
-
-    def spared(row: Row) -> float:
-        ops = [planned.ops[i] for i in row.ops]
-        values = {value for op in ops for value in (*op.inputs, *op.outputs)}
-        if any((op.target, op.inputs, op.outputs) not in there for op in ops):
-            return 0.0 if values.isdisjoint(changed | around) else 1.0
-        same = all(kept.get((op.target, op.inputs, op.outputs)) is op.arguments for op in ops)
-        pairs = ((graph.values[i], planned.values[i]) for i in values)
-        if not same or any(structs.replace(a, storage=b.storage) != b for a, b in pairs):
-            return 0.0 if values.isdisjoint(changed) else 1.0
-        storages = {planned.values[value].storage for value in values & changed}
-        traffic = step.plan.costs[row.index].traffic
-        moved = sum(size for access, size in traffic.items() if access.storage in storages)
-        return moved / max(sum(traffic.values()), 1)
-
-    shares = [(row, spared(row)) for row in step.rows]
-    kernels = sum(row.count for row, share in shares if share)
-    times, enqueued = step.times, sum(map(source.times, source.ops))
-    launched = max(kernels / max(step.kernels, 1), gone / max(enqueued, 1))
-    idle = min(launched * step.t_est, times.t_launch)  # the host takes the entire step at most
-    idle = times.t_launch + times.t_exposed if idles else idle
-    return (idle + sum(share * row.timing.t_device for row, share in shares)) / step.t_est
 
 
 def by_rules(step: Estimate) -> Estimate:
