@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import (
@@ -140,6 +141,24 @@ def test_a_gap_without_a_reason_is_not_hidden(x):
     (one,) = compare(graph, wrong).differences
     assert one.delta == -10 and one.reason == ""
     assert compare(graph, wrong).unexplained == 10
+
+
+@pytest.mark.parametrize(
+    ("asks", "device"), [(None, "meta"), ("real", "meta, as fake tensors"), ("always", "cpu")]
+)
+def test_code_that_asks_for_values_runs_with_fake_tensors_or_with_real_ones(asks, device, x):
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(E, E)
+
+        def forward(self, x):
+            if asks == "always" or (asks and not isinstance(x, FakeTensor)):
+                assert not x.isnan().all()
+            return self.linear(x)
+
+    (one,) = rt.compare(on_meta(Asks), x, peers=["flopcounter"], phases=["forward"])
+    assert one.device == device and one.ratio == 1 and one.flops_matrix == 2 * B * S * E * E
 
 
 def test_a_peer_that_cannot_run_the_module_says_why():

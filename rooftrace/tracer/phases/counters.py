@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -243,7 +244,8 @@ def _named(analysis: Any, path: str) -> nn.Module:
 # Counts of other counters for the same call of the same module.
 #
 # They see the module as it is: nothing of ours is active while they run.  A peer that cannot run
-# on meta tensors gets a copy with real ones of any value, if the module is small.
+# on meta tensors gets a copy with PyTorch's fake ones, which tell the module's code that they have
+# no values, and then one with real ones of any value, if the module is small.
 
 MOST_REAL_BYTES = 2 * 1024**3
 """The most bytes of a module that is copied to real tensors."""
@@ -288,11 +290,10 @@ def count_with(
         inputs = inputs.trained(module)
     errors = []
     for (where, prepared), counter in itertools.product(
-        _attempts(module, inputs, phase), _PEERS[peer]
+        _attempts(module, inputs, phase, by_trace in _PEERS[peer]), _PEERS[peer]
     ):
         try:
-            made = prepared()
-            with as_before(made.module, (made.inputs.args, made.inputs.kwargs)):
+            with prepared() as made, as_before(made.module, (made.inputs.args, made.inputs.kwargs)):
                 device = where.partition(",")[0]
                 calls = ModuleCalls(made.module, made.inputs, options.loss, device)
                 call = calls.plain_call(phase)
@@ -306,22 +307,36 @@ def count_with(
 
 
 def _attempts(
-    module: nn.Module, inputs: Inputs, phase: str
-) -> Iterator[tuple[str, Callable[[], Loaded]]]:
+    module: nn.Module, inputs: Inputs, phase: str, traces: bool
+) -> Iterator[tuple[str, Callable[[], AbstractContextManager[Loaded]]]]:
     """Where to run, and a function that makes the module and its inputs for it; in order of trial.
 
-    A module with real tensors runs as it is.  One on meta runs there first; then, if it is small,
-    with real tensors; a large one runs without labels, because its loss may ask for their values.
+    A module with real tensors runs as it is.  One on meta runs there first; then with fake tensors;
+    then, if it is small, with real tensors; a large one runs without labels, because its loss may
+    ask for their values.  traces: whether torch.jit.trace runs it, which fake tensors break.
     """
-    tensors = [tensor for part in module.modules() for tensor in own_tensors(part)]
+    tensors, made = (
+        [t for part in module.modules() for t in own_tensors(part)],
+        Loaded(module, inputs),
+    )
     if any(not tensor.is_meta for tensor in tensors):
-        yield REAL, lambda: Loaded(module, inputs.filled(_real))
+        yield REAL, lambda: nullcontext(Loaded(module, inputs.filled(_real)))
         return
-    yield META.type, lambda: Loaded(module, inputs)
+    yield META.type, lambda: nullcontext(made)
+    if not traces:
+        yield f"{META.type}, as fake tensors", lambda: _faked(made)
     if sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= MOST_REAL_BYTES:
-        yield REAL, lambda: Loaded(module, inputs).filled(_real)
+        yield REAL, lambda: nullcontext(made.filled(_real))
     elif phase == "training" and inputs.labels:
-        yield f"{META.type}, without labels", lambda: Loaded(module, replace(inputs, labels={}))
+        unlabelled = Loaded(module, replace(inputs, labels={}))
+        yield f"{META.type}, without labels", lambda: nullcontext(unlabelled)
+
+
+@contextlib.contextmanager
+def _faked(made: Loaded) -> Iterator[Loaded]:
+    """A copy of a module and its inputs with fake tensors, in their mode."""
+    with torch_private.FakeTensorMode() as mode:
+        yield made.filled(mode.from_tensor)
 
 
 def _real(tensor: Tensor) -> Tensor:
