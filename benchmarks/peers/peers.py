@@ -114,8 +114,8 @@ def truth(build: Callable[[], Task], training: bool) -> float | None:
 def measured(name: str, rounds: int) -> dict[str, Any]:
     """By counter: seconds, ratio to the plain call and FLOP over truth, or the error."""
     build, training = TASKS[name]
-    with torch.device("meta"):
-        module, kwargs = build()
+    with torch.device("meta"):  # one for each: a counter that fails may leave its hooks
+        built = {counter: build() for counter in COUNTERS}
     right, told, seconds = truth(build, training), {}, {}
     for turn in range(rounds + 1):  # the first warms up
         for counter, (function, package, backward) in COUNTERS.items():
@@ -123,6 +123,7 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
                 continue
             if "error" in told.setdefault(counter, {}) or (turn > 1 and counter in ONCE):
                 continue
+            module, kwargs = built[counter]
             given = copy.deepcopy(kwargs)  # a cache grows
             gc.collect()
             start = time.process_time()

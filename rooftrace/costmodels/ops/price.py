@@ -76,6 +76,7 @@ def places_in(graph: OpGraph, other: OpGraph) -> list[int | None]:
     there = {(op.target, op.outputs): op for op in other.ops}
     kept = [mine is theirs for mine, theirs in zip(graph.values, other.values, strict=False)]
     kept += [False] * (len(graph.values) - len(kept))
+    kept = [same and kept[value.storage] for same, value in zip(kept, graph.values, strict=True)]
 
     def place(op: Op) -> int | None:
         then = there.get((op.target, op.outputs))
