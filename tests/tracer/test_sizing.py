@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -311,18 +312,29 @@ def test_off_keeps_nothing(code: Path, cache: Path, monkeypatch: pytest.MonkeyPa
 # -- forms ----------------------------------------------------------------------------------------
 
 
-def test_a_form_is_kept_for_the_next_command(
-    code: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is made again where its file is damaged, in another range, and of other code."""
+def noted_sizes(
+    monkeypatch: pytest.MonkeyPatch, after_first: Callable[[], object] = lambda: None
+) -> list[tuple[int, ...]]:
+    """The sizes that sources are asked for from now on.  after_first: called after the first."""
     asked: list[tuple[int, ...]] = []
     graphs = SizedSource.graphs
 
     def told(source: SizedSource, numbers: tuple[int, ...]) -> Any:
+        made = graphs(source, numbers)
+        if not asked:
+            after_first()
         asked.append(numbers)
-        return graphs(source, numbers)
+        return made
 
     monkeypatch.setattr(SizedSource, "graphs", told)
+    return asked
+
+
+def test_a_form_is_kept_for_the_next_command(
+    code: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made again where its file is damaged, in another range, and of other code."""
+    asked = noted_sizes(monkeypatch)
 
     def made(last: int = 64) -> tuple[rt.types.Form, int]:
         asked.clear()
@@ -346,17 +358,8 @@ def test_a_form_whose_code_changes_while_it_is_traced_is_made_again(
     code: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be of the old code and of the new: it holds for neither."""
-    asked: list[tuple[int, ...]] = []
-    graphs = SizedSource.graphs
-
-    def told(source: SizedSource, numbers: tuple[int, ...]) -> Any:
-        made = graphs(source, numbers)
-        if not asked:
-            code.write_text(CODE.format(activation="Tanh"))
-        asked.append(numbers)
-        return made
-
-    monkeypatch.setattr(SizedSource, "graphs", told)
+    changed = CODE.format(activation="Tanh")
+    asked = noted_sizes(monkeypatch, after_first=lambda: code.write_text(changed))
     for _ in range(2):
         asked.clear()
         inputs, over = {"input": "rows,16"}, {"rows": range(8, 64)}

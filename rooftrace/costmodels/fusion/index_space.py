@@ -54,7 +54,8 @@ MANY_READS = 5
 def stored_wide(graph: OpGraph) -> dict[int, int]:
     """Activations whose input is stored in their stead, and how many times as wide it is."""
     values = graph.values
-    if not any(_may_reread(op, values) for op in graph.ops):
+    rereading = {op.id for op in graph.ops if _may_reread(op, values)}
+    if not rereading:
         return {}
     opaque: dict[int, int] = {}  # the last library kernel, or eager op, that reads a storage
     eager = marks.eager_ops(graph.ops)
@@ -75,7 +76,7 @@ def stored_wide(graph: OpGraph) -> dict[int, int]:
         made = [values[i].storage for i in op.outputs]
         rule = find_rule(op.target)
         if (
-            _may_reread(op, values)
+            op.id in rereading
             and op.id not in eager
             and any(len(reads[values[i].storage]) >= MANY_READS for i in op.inputs)
             and not any(opaque.get(s, -1) > op.id or s in results for s in made)

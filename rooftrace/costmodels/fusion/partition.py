@@ -303,7 +303,7 @@ class Partition:
 
     def reads_part(self, numbers: Iterable[int], kernel: KernelView) -> bool:
         """Whether one of these ops reads a part of something long in the kernel."""
-        long = self.facts.long.intersection(kernel.members) if self.facts.long else ()
+        long = self.facts.long.intersection(kernel.members)
         if not long or kernel.reduced is not None:
             return False
         graph = self.facts.graph

@@ -18,7 +18,7 @@ from rooftrace.costmodels.fusion import ExecutionModel, Plan, beyond, fuse, plan
 from rooftrace.costmodels.kernels import Knobs, attention_knobs, numbers
 from rooftrace.costmodels.rewrites import reprice
 from rooftrace.errors import RequestError, hint
-from rooftrace.graph import OpGraph, pattern_of
+from rooftrace.graph import Op, OpGraph, pattern_of
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import FACT_UNITS, Fact
 from rooftrace.hardware.units import format_share, format_time, format_traffic
@@ -345,12 +345,15 @@ def most_saved(step: Estimate, graph: OpGraph) -> float:
     the ops around it.
     """
     source, planned, gone, idles = step.plan.source, step.plan.graph, 0, False
-    there = {(op.target, op.inputs, op.outputs) for op in source.ops}
-    kept = {(op.target, op.inputs, op.outputs): op.arguments for op in graph.ops}
+
+    def key(op: Op) -> tuple[Any, ...]:
+        return op.target, op.inputs, op.outputs
+
+    there, kept = set(map(key, source.ops)), {key(op): op.arguments for op in graph.ops}
     changed = {place for place, old in enumerate(source.values) if graph.values[place] != old}
     around = set[int]()
     for op in source.ops:
-        if (op.target, op.inputs, op.outputs) not in kept:
+        if key(op) not in kept:
             gone += source.times(op)
             idles |= waits(source, op)
             changed.update(op.outputs)
@@ -359,12 +362,13 @@ def most_saved(step: Estimate, graph: OpGraph) -> float:
     def spared(row: Row) -> float:
         ops = [planned.ops[i] for i in row.ops]
         values = {value for op in ops for value in (*op.inputs, *op.outputs)}
-        if any((op.target, op.inputs, op.outputs) not in there for op in ops):
-            return 0.0 if values.isdisjoint(changed | around) else 1.0
-        same = all(kept.get((op.target, op.inputs, op.outputs)) is op.arguments for op in ops)
+        near = changed if there.issuperset(map(key, ops)) else changed | around
+        if values.isdisjoint(near):
+            return 0.0
+        same = all(kept.get(key(op)) is op.arguments for op in ops)
         pairs = ((graph.values[i], planned.values[i]) for i in values)
         if not same or any(structs.replace(a, storage=b.storage) != b for a, b in pairs):
-            return 0.0 if values.isdisjoint(changed) else 1.0
+            return 1.0
         storages = {planned.values[value].storage for value in values & changed}
         traffic = step.plan.costs[row.index].traffic
         moved = sum(size for access, size in traffic.items() if access.storage in storages)

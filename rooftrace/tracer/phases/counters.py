@@ -315,10 +315,8 @@ def _attempts(
     then, if it is small, with real tensors; a large one runs without labels, because its loss may
     ask for their values.  traces: whether torch.jit.trace runs it, which fake tensors break.
     """
-    tensors, made = (
-        [t for part in module.modules() for t in own_tensors(part)],
-        Loaded(module, inputs),
-    )
+    made = Loaded(module, inputs)
+    tensors = [tensor for part in module.modules() for tensor in own_tensors(part)]
     if any(not tensor.is_meta for tensor in tensors):
         yield REAL, lambda: nullcontext(Loaded(module, inputs.filled(_real)))
         return
